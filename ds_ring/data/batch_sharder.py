@@ -155,6 +155,18 @@ def check_consistency(
     return sum(report.valid_tokens for rank, report in enumerate(reports) if firsts[rank] == rank)
 
 
+def read_first_rank(mine: Tensor, mesh: RingMesh, device: torch.device) -> Tensor:
+    """Return the first rank's tensor of those that all ranks have on the CPU, equally shaped. Collective.
+
+    Raises:
+        RingPeerError: another rank failed.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return mine
+    exchange = make_batch_exchange(mesh, "the start of the next epoch")
+    return exchange.all_gather(mine.to(device), dist.group.WORLD, dist.get_world_size())[0].cpu()
+
+
 def _check_equal(reports: list[BatchReport], firsts: list[int], compared: dict[str, str]) -> None:
     """Raise RingMismatchError unless each rank reports what the first one of its group does."""
     for rank, (first, report) in enumerate(zip(firsts, reports, strict=True)):

@@ -16,7 +16,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
@@ -38,18 +38,18 @@ from torch.utils.data import (
 )
 
 from ds_ring.data.batch import IGNORE, LABEL_KEYS, PADDED_ALIKE, SAMPLER_SIZES, Batch, pad_value
-from ds_ring.data.engine import DEEPSPEED
 from ds_ring.data.packing import DOCUMENT_IDS, read_part
 from ds_ring.errors import RingConfigError, RingMismatchError, RingShapeError, shown
 from ds_ring.limits import MAX_TOKENS
-from ds_ring.patches import apply, patch
 
 T = TypeVar("T")
 Cut = Callable[[Any], dict[str, Tensor]]
 
 # Samplers that know no replicas: seeded alike, they give every rank the same batches.
-_ALIKE_EVERYWHERE = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
+_SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+_ALIKE_EVERYWHERE = (*_SHUFFLING, SequentialSampler)
 _KEPT = (
+    "generator", "worker_init_fn",
     "num_workers", "collate_fn", "pin_memory", "timeout", "multiprocessing_context", "prefetch_factor",
     "persistent_workers", "in_order",
 )  # fmt: skip
@@ -76,12 +76,16 @@ class Order:
     def __len__(self) -> int:
         """Return the batches of an epoch."""
 
-    def state(self) -> dict[str, Any]:
-        """Return the state of the order besides epoch and position: empty."""
+    def state(self, done: int) -> dict[str, Any]:
+        """Return the state of the order besides epoch and the `done` batches: empty."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take back a `state`."""
+
+    def begin(self) -> AbstractContextManager[None]:
+        """Return a context in which an epoch's first batch is drawn. Collective."""
+        return nullcontext()
 
 
 class SampleOrder(Order):
@@ -147,14 +151,25 @@ class SampleOrder(Order):
 
 
 class DrawnBatches(Order):
-    """Yield this replica's turns of any iterable of batches, which must begin an epoch with the same batch
-    each time; those left out are read and dropped.
+    """Yield this replica's turns of any iterable of batches; those left out are read and dropped.
+
+    What it draws of torch's generator for an epoch's first batch, a whole permutation for torch's samplers,
+    comes from the first rank's generator.
     """
 
-    def __init__(self, batches: Iterable[Any], turns: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        batches: Iterable[Any],
+        turns: tuple[int, int],
+        seed: int | None = None,
+        read_first: Callable[[Tensor], Tensor] = lambda state: state,
+    ) -> None:
+        """`read_first` returns the first rank's tensor of all ranks'."""
         super().__init__(turns[1])
-        self._batches, self._turns = batches, turns
+        self._batches, self._turns, self._seed, self._read_first = batches, turns, seed, read_first
         self._set = 0  # the epoch that a sampler has from here, or from its making
+        self._drawn_from: Tensor | None = None  # the generator's state before the latest epoch's order
+        self._resumed_from: Tensor | None = None
 
     def __len__(self) -> int:
         return -(-len(self._batches) // self._turns[1])  # type: ignore[arg-type]
@@ -162,65 +177,97 @@ class DrawnBatches(Order):
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "_batches"), name)
 
-    def _set_epoch(self, sampler: Any) -> None:
-        """Set the epoch of a sampler that has one, unless the caller has chosen another one since."""
-        if not hasattr(sampler, "set_epoch"):
-            return
-        chosen = getattr(sampler, "epoch", self._set)
-        if chosen == self._set:
-            sampler.set_epoch(self.epoch)
-        self._set = self.epoch if chosen == self._set else chosen
+    @property
+    def _counting(self) -> Any:
+        """What may have an epoch of its own."""
+        return self._batches
 
     def __iter__(self) -> Iterator[Any]:
-        self._set_epoch(self._batches)
-        return _from(_turns(self._batches, self._turns), self.first)
+        counting = self._counting
+        if hasattr(counting, "set_epoch"):  # unless the caller has chosen another one since
+            chosen = getattr(counting, "epoch", self._set)
+            if chosen == self._set:
+                counting.set_epoch(self.epoch)
+            self._set = self.epoch if chosen == self._set else chosen
+        return self._draw()
 
+    def _draw(self) -> Iterator[Any]:
+        # A generator: nothing is drawn before the first batch is requested, since a DataLoader draws its own
+        # seed in between.
+        generator = self._get_generator()
+        if self._resumed_from is not None:
+            generator.set_state(self._resumed_from)
+        elif self._seed is not None and generator is torch.default_generator:
+            generator.manual_seed(self._seed + self.epoch)
+        before, self._resumed_from = generator.get_state(), None
+        batches = _from(_turns(self._batches, self._turns), self.first)
+        first = list(islice(batches, 1))
+        self._drawn_from = None if torch.equal(before, generator.get_state()) else before
+        yield from first
+        yield from batches
 
-_order = patch(
-    DEEPSPEED.given("sampler", "torch.utils.data.RandomSampler"), "generator", stage="in_loader", kind="set",
-    feature="one_order", reason="all ranks draw one order",
-    when="the batch sampler of a given DataLoader has none",
-)  # fmt: skip
+    def _get_generator(self) -> torch.Generator:
+        """Return the generator that the sampler draws from: its own one, or else torch's."""
+        generator: torch.Generator | None = getattr(self._get_sampler(), "generator", None)
+        return torch.default_generator if generator is None else generator
+
+    def _get_sampler(self) -> Any:
+        return getattr(self._batches, "sampler", None)
+
+    # In one process a sampler without a generator draws from torch's. Here ranks may have seeded that one
+    # otherwise, so all have the first rank's state while an epoch begins. Then a rank of another state gets
+    # its own back. An order that a saved state or a seed gives takes nothing from it.
+    @contextmanager
+    def begin(self) -> Iterator[None]:
+        """Let all ranks draw alike within the block. Collective."""
+        mine = torch.get_rng_state()
+        first = self._read_first(mine)
+        differs = not torch.equal(mine, first)
+        chosen = self._resumed_from is not None or self._seed is not None
+        torch.set_rng_state(first)
+        try:
+            yield
+        finally:
+            if differs or (chosen and self._get_generator() is torch.default_generator):
+                torch.set_rng_state(mine)
+
+    def state(self, done: int) -> dict[str, Any]:
+        """Return the state from which the order of a begun epoch was drawn; between epochs that of the
+        sampler's own generator. Empty if nothing is drawn.
+        """
+        if done:
+            return {} if self._drawn_from is None else {"order": self._drawn_from}
+        generator = self._get_generator()
+        return {} if generator is torch.default_generator else {"generator": generator.get_state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Draw the next iteration's order from a `state`."""
+        generator, order, own = self._get_generator(), state.get("order"), state.get("generator")
+        if generator is torch.default_generator:
+            own = None  # a script's own affair
+        try:
+            for saved in (order, own):
+                if saved is not None:
+                    torch.Generator().set_state(saved)
+            shuffles = isinstance(self._get_sampler(), _SHUFFLING)
+            if shuffles and state.get(self.unit) and order is None and own is None:
+                raise TypeError("an order without its state")
+        except (TypeError, RuntimeError):
+            got = shown(own if order is None else order)
+            raise RingConfigError.wrong(
+                "loader state", "a torch.Generator's state", got, "pass its own, or begin the epoch anew"
+            ) from None
+        self._drawn_from = self._resumed_from = order
+        if own is not None:
+            generator.set_state(own)
 
 
 class BatchTurns(DrawnBatches):
     """Yield this replica's turns of somebody's batch sampler: every data_size-th batch, or all of them."""
 
-    def __init__(self, batches: BatchSampler, turns: tuple[int, int], seed: int) -> None:
-        super().__init__(batches, turns)
-        self._seed = seed
-        sampler: Any = getattr(batches, "sampler", None)
-        theirs = getattr(sampler, "generator", None)
-        self.generator: torch.Generator = torch.Generator() if theirs is None else theirs
-        self._reseeded = theirs is None
-        if theirs is None and hasattr(sampler, "generator"):  # without one each rank would draw its own order
-            apply(_order.to(self.generator), sampler=sampler)
-        self._began = self._restored = self.generator.get_state() if theirs is not None else None
-
-    def __iter__(self) -> Iterator[list[int]]:
-        self._set_epoch(getattr(self._batches, "sampler", None))
-        if self._reseeded:
-            self.generator.manual_seed(self._seed + self.epoch)
-        elif self._restored is not None:
-            self.generator.set_state(self._restored)
-        self._began, self._restored = self.generator.get_state(), None
-        return super().__iter__()
-
-    def state(self) -> dict[str, Any]:
-        """Return the state in which a generator of the caller's began the epoch."""
-        return {} if self._reseeded else {"generator": self._began}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Begin the next iteration with the generator of a `state`."""
-        generator_state = state.get("generator")
-        try:
-            if generator_state is not None:
-                torch.Generator().set_state(generator_state)
-        except (TypeError, RuntimeError):
-            raise RingConfigError.wrong(
-                "loader state", "a torch.Generator's state", generator_state, "pass its own"
-            ) from None
-        self._restored = generator_state
+    @property
+    def _counting(self) -> Any:
+        return self._get_sampler()
 
 
 def _turns(batches: Iterable[T], turns: tuple[int, int]) -> Iterator[T]:
@@ -237,8 +284,6 @@ def _turns(batches: Iterable[T], turns: tuple[int, int]) -> Iterator[T]:
 
 def _from(batches: Iterator[T], first: int) -> Iterator[T]:
     """Yield all batches but the first ones."""
-    # A generator: nothing is drawn before the first batch is requested, since a DataLoader draws its own seed
-    # in between.
     left_out = sum(1 for _ in islice(batches, first))
     if left_out < first:
         raise RingConfigError.wrong("loader state", f"over {first} batches a replica", left_out, "use less")
@@ -350,9 +395,12 @@ class RingLoader:
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         self._order.epoch, self._order.first = self.epoch, self._first
         self._done, self._first = self._first, 0
-        whole_batches = iter(self.loader)  # forks workers: in this thread, see [Note: workers]
-        coming = None if self.ahead is None else NextBatch(whole_batches, self.ahead)
-        with nullcontext() if coming is None else closing(coming):
+        with ExitStack() as beginning, ExitStack() as reading:
+            beginning.enter_context(self._order.begin())
+            whole_batches = iter(self.loader)  # forks workers: in this thread, see [Note: workers]
+            coming = None if self.ahead is None else NextBatch(whole_batches, self.ahead)
+            if coming is not None:
+                reading.callback(coming.close)
             while True:
                 if self.on_batch is not None:
                     self.on_batch()
@@ -360,6 +408,7 @@ class RingLoader:
                     whole = next(coming or whole_batches)
                 except StopIteration:
                     break
+                beginning.close()
                 self._done += 1
                 local = self.shard_batch(whole)
                 if coming is not None:
@@ -375,11 +424,12 @@ class RingLoader:
         """
         if epoch != self.epoch:
             self.epoch, self._done, self._first = epoch, 0, 0
+            self._order.restore({})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the batch given out last: the same on all ranks, for a client state."""
         order = self._order
-        return {"epoch": self.epoch, order.unit: self._done * order.units_per_batch} | order.state()
+        return {"epoch": self.epoch, order.unit: self._done * order.units_per_batch} | order.state(self._done)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration go on where a loader of the same data was. Collective.
@@ -426,26 +476,34 @@ def check_dataset(dataset: object) -> None:
 def ordered_loader(dataset: Any, order: Any, **options: Any) -> DataLoader[Any]:
     """Return a DataLoader of the batches that `order` names, whose workers end with this rank.
 
-    `order` is a batch sampler with a `generator`, which seeds the workers.
+    `order` is a batch sampler, whose `generator` seeds the workers unless the options name another one.
     """
     if options.get("collate_fn") in (None, default_collate):
         options["collate_fn"] = stacked
     workers = bool(options.get("num_workers")) and threading.current_thread() is threading.main_thread()
     if workers:
         options["worker_init_fn"] = partial(_end_with, os.getpid(), options.get("worker_init_fn"))
-    return DataLoader(dataset, batch_sampler=order, generator=order.generator, **options)
+    if "generator" not in options:
+        options["generator"] = order.generator
+    return DataLoader(dataset, batch_sampler=order, **options)
 
 
-def wrapped(loader: Any, replica: tuple[int, int], split: bool | None, seed: int) -> tuple[Any, Order]:
+def wrapped(
+    loader: Any,
+    replica: tuple[int, int],
+    split: bool | None,
+    seed: int | None,
+    read_first: Callable[[Tensor], Tensor],
+) -> tuple[Any, Order]:
     """Return a loader of the whole batches of this replica, and their order; see `RingSession.wrap`."""
     turns = replica if _splits(loader, replica[1], split) else (0, 1)
     ordered = type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset)
     if not ordered or not isinstance(loader.batch_sampler, BatchSampler):
-        drawn = DrawnBatches(loader, turns)
+        drawn = DrawnBatches(loader, turns, seed, read_first)
         return drawn, drawn
-    order = BatchTurns(loader.batch_sampler, turns, seed)
+    order = BatchTurns(loader.batch_sampler, turns, seed, read_first)
     options = {name: getattr(loader, name) for name in _KEPT}
-    return ordered_loader(loader.dataset, order, worker_init_fn=loader.worker_init_fn, **options), order
+    return ordered_loader(loader.dataset, order, **options), order
 
 
 def _splits(loader: Any, replicas: int, split: bool | None) -> bool:

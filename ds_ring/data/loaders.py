@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from ds_ring.comm.groups import gather_objects
 from ds_ring.data.batch import IGNORE, PADDED_ALIKE, Batch
-from ds_ring.data.batch_sharder import ENDED, BatchSharder, ReadyBatch, check_consistency
+from ds_ring.data.batch_sharder import ENDED, BatchSharder, ReadyBatch, check_consistency, read_first_rank
 from ds_ring.data.dynamic_ring.assignment import AssignedBatches, AssignedSamples
 from ds_ring.data.loader import (
     RingLoader,
@@ -39,7 +39,7 @@ class Loaders:
 
     sharder: BatchSharder
     # by id of a caller's loader and how it is wrapped: itself, and the wrapper, which counts its epochs
-    _wrapped: dict[tuple[int, bool | None, int], tuple[Any, RingLoader]] = field(default_factory=dict)
+    _wrapped: dict[tuple[int, bool | None, int | None], tuple[Any, RingLoader]] = field(default_factory=dict)
 
     def make(
         self,
@@ -132,7 +132,7 @@ class Loaders:
         if dynamic and needs.whole is not None:
             raise RingConfigError.wrong("loader", "no dynamic_ring with images", "both", "set it to false")
 
-    def wrap(self, loader: Iterable[Any], split: bool | None, seed: int) -> RingLoader:
+    def wrap(self, loader: Iterable[Any], split: bool | None, seed: int | None) -> RingLoader:
         """Return a loader around another one; see `RingSession.wrap`."""
         key = (id(loader), split, seed)  # not of another one: the wrapped ones are held
         if key in self._wrapped:
@@ -140,7 +140,8 @@ class Loaders:
         if len(self._wrapped) == _MOST_WRAPPED:
             self._wrapped.pop(next(iter(self._wrapped)))
         sharder, mesh = self.sharder, self.sharder.mesh
-        whole, order = wrapped(loader, (mesh.data_rank, mesh.data_size), split, seed)
+        read_first = functools.partial(read_first_rank, mesh=mesh, device=sharder.device)
+        whole, order = wrapped(loader, (mesh.data_rank, mesh.data_size), split, seed, read_first)
         check_end = functools.partial(check_consistency, ENDED, None, mesh, sharder.device)
         takes_turns = order.units_per_batch == mesh.data_size  # or else replicas have their own loaders
         gather = functools.partial(self._gather, takes_turns=takes_turns)

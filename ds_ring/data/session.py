@@ -312,22 +312,27 @@ class RingSession:
             pad_values=pad_values,
         )  # fmt: skip
 
-    def wrap(self, loader: Iterable[Any], *, split: bool | None = None, seed: int = 0) -> RingLoader:
+    def wrap(
+        self, loader: Iterable[Any], *, split: bool | None = None, seed: int | None = None
+    ) -> RingLoader:
         """Return a loader that shards the batches of a DataLoader, or of any iterable of whole batches.
 
         All ranks of a ring must get the same batches; every batch is compared, and so is the end of an
         epoch. Replicas that take turns get equally many: the last ones repeat the first batches, which an
         evaluation would count twice. With `split=False` each replica takes all, and none is repeated.
 
-        A shuffling sampler of torch's without a generator is given one, seeded by `seed` and the epoch. The
-        same loader gives the same wrapper, which counts its epochs; an epoch that the caller has set by
+        Each epoch has the order of the loader in one process: of the sampler's generator, or without one of
+        torch's, as it is when the epoch begins. Of torch's the first rank's counts. A loader's state
+        continues its epoch; later ones follow the generators, which a script seeds or saves. The same loader
+        gives the same wrapper, which counts its epochs; an epoch that the caller has set by
         `sampler.set_epoch` stays.
 
         Args:
             loader: gives mappings of tensors, as `shard_batch` takes them.
             split: whether data replicas take turns with its batches (True: it gives every rank the same
                 ones) or take all of them, or have loaders of their own (False); None: by its sampler.
-            seed: of the order that a shuffling sampler gets.
+            seed: with the epoch, of the order of a shuffling sampler without a generator, in place of
+                torch's.
 
         Raises:
             RingConfigError: it divides its samples among other replicas, or does not tell.

@@ -60,12 +60,17 @@ def loader_of(session: RingSession, kind: str) -> Any:
         return session.loader(Numbered(), 2, shuffle=True, seed=4, num_workers=2 * kind.endswith("workers"))
     if kind == "stream":
         return session.wrap(DataLoader(Stream(), 2), split=True)
-    torch.manual_seed(session.run_mesh.sequence_rank)  # ranks that draw from the default generator differ
+    seed_ranks(session, 0)
     mesh, options = session.run_mesh, {"batch_size": 2, "num_workers": 2 * kind.endswith("workers")}
     if kind == "distributed":
         sampler = DistributedSampler(Numbered(), mesh.data_size, mesh.data_rank)
         return session.wrap(DataLoader(Numbered(), sampler=sampler, **options))
     return session.wrap(DataLoader(Numbered(), shuffle=True, **options))
+
+
+def seed_ranks(session: RingSession, epoch: int) -> None:
+    """Seed torch in each epoch, on each rank otherwise; rank 0's seed is the epoch."""
+    torch.manual_seed(epoch + 10 * session.run_mesh.sequence_rank + 100 * session.run_mesh.data_rank)
 
 
 def numbers(batches: Any) -> list[list[int]]:
@@ -83,13 +88,18 @@ def resumed_in_mid_epoch(
 
 def _two_epochs(session: RingSession, kind: str) -> list[list[list[int]]]:
     whole, part, resumed = (loader_of(session, kind) for _ in range(3))
-    epochs = [numbers(whole), numbers(whole)]
+    epochs = []
+    for epoch in range(2):
+        seed_ranks(session, epoch)
+        epochs.append(numbers(whole))
     assert kind == "stream" or [len(epoch) for epoch in epochs] == [len(whole)] * 2
     part.set_epoch(1)
+    seed_ranks(session, 1)
     begun = iter(part)
     assert numbers(islice(begun, 3)) == epochs[1][:3]
     resumed.load_state_dict(part.state_dict())
     resumed.set_epoch(1)  # as a loop over epochs does
+    seed_ranks(session, 2)  # what it is now does not count
     assert numbers(resumed) == epochs[1][3:]
     if kind in ("own", "wrapped"):  # read by this process
         assert sorted(resumed.dataset.read) == sorted(n - 1 for batch in epochs[1][3:] for n in batch)
@@ -114,6 +124,26 @@ def test_an_epoch_goes_on_where_it_was(rank_pool, world, kinds):
             assert len(seen) <= SAMPLES + 2 * (len(replicas) - 1)
         assert kind == "stream" or replicas[0][0] != replicas[0][1]
     assert world > 2 or by_rank[0]["own"] == by_rank[0]["own with workers"]
+
+
+def orders_of_other_seeds(rank: int, world_size: int, seeds: list[int]) -> tuple[Any, ...]:
+    """The samples of two epochs by torch's generator, seeded otherwise on each rank; what it gives then."""
+    session, loader = forking_session(2), DataLoader(Numbered(), 2, shuffle=True)
+    torch.manual_seed(seeds[rank])
+    epochs = [numbers(session.wrap(loader, split=False)) for _ in range(2)]
+    return epochs, torch.rand(3).tolist()
+
+
+@pytest.mark.parametrize("seeds", [[5, 5], [5, 6]])
+def test_ranks_of_other_seeds_have_the_order_of_rank_0_in_one_process(rank_pool, seeds):
+    """(One fixed order was every run's, whatever the seed.)"""
+    (epochs, drawn), (seconds, drawn_there) = rank_pool(2).run(orders_of_other_seeds, seeds)
+    torch.manual_seed(5)
+    loader = DataLoader(Numbered(), 2, shuffle=True)
+    assert epochs == seconds == [numbers(loader) for _ in range(2)]
+    assert drawn == torch.rand(3).tolist(), "as in one process"
+    torch.manual_seed(seeds[1])
+    assert drawn_there == (drawn if seeds[1] == 5 else torch.rand(3).tolist()), "a rank's own"
 
 
 def resumed_with_other_replicas(rank: int, world_size: int, state: Any) -> tuple[list[list[int]], Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from ds_ring.data.dynamic_ring.assignment import (
     Assigned,
@@ -219,6 +226,143 @@ def test_a_generators_state_that_is_none_is_refused(generator: Any) -> None:
         loader.load_state_dict({"epoch": 0, "batches": 1, "generator": generator})
 
 
+def test_a_position_in_a_shuffled_epoch_without_its_order_is_refused() -> None:
+    """(Of an older version: it would leave out batches of another permutation.)"""
+    loader = session_of().wrap(DataLoader(Numbered(), 2, shuffle=True))
+    with pytest.raises(RingConfigError, match=r"expected a torch\.Generator's state, got None; .* anew"):
+        loader.load_state_dict({"epoch": 1, "batches": 1})
+    loader.load_state_dict({"epoch": 1, "batches": 0})
+
+
+class OwnSampler(torch.utils.data.Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(10).tolist())
+
+    def __len__(self) -> int:
+        return 10
+
+
+def own_generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+WEIGHTS = [1.0, 2.0, 3.0] * 3 + [1.0]
+SHUFFLING: dict[str, Callable[[], dict[str, Any]]] = {
+    "shuffle": lambda: {"shuffle": True},
+    "generator": lambda: {"shuffle": True, "generator": own_generator()},
+    "the sampler's generator": lambda: {"sampler": RandomSampler(range(10), generator=own_generator())},
+    "the loader's generator": lambda: {"sampler": RandomSampler(range(10)), "generator": own_generator()},
+    "replacement": lambda: {"sampler": RandomSampler(range(10), replacement=True, num_samples=40)},
+    "subset": lambda: {"sampler": SubsetRandomSampler(range(10))},
+    "weighted": lambda: {"sampler": WeightedRandomSampler(WEIGHTS, 10)},
+    "own sampler": lambda: {"sampler": OwnSampler()},
+    "batch sampler": lambda: {"batch_sampler": BatchSampler(RandomSampler(range(10)), 2, False)},
+    "own batch sampler": lambda: {"batch_sampler": OwnBatches()},
+    "workers": lambda: {"shuffle": True, "num_workers": 1},
+    "lasting workers": lambda: {
+        "shuffle": True, "num_workers": 1, "persistent_workers": True, "generator": own_generator(),
+    },
+}  # fmt: skip
+
+
+class OwnBatches:
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(torch.randperm(10).view(5, 2).tolist())
+
+    def __len__(self) -> int:
+        return 5
+
+
+def make_shuffling(kind: str) -> DataLoader[Any]:
+    options = SHUFFLING[kind]()
+    if "batch_sampler" not in options:
+        options["batch_size"] = 2
+    return DataLoader(Numbered(), **options)
+
+
+def seed_all(loader: DataLoader[Any], seed: int) -> None:
+    torch.manual_seed(seed)
+    for holder in (loader, loader.sampler):
+        if getattr(holder, "generator", None) is not None:
+            holder.generator.manual_seed(seed)
+
+
+@pytest.mark.parametrize("seeds", [[3, 4, 3], [3, None, None]], ids=["each epoch", "once"])
+@pytest.mark.parametrize("kind", SHUFFLING)
+def test_a_wrapped_loader_has_the_order_of_one_process(kind: str, seeds: list[int | None]) -> None:
+    """(The generator was read at the first wrap, and torch's seed did not count.)"""
+    plain, once, anew = (make_shuffling(kind) for _ in range(3))
+    session = session_of()
+    wrapper = session.wrap(once)
+    assert len(session.wrap(anew)) == len(plain)
+    expected, read, again = [], [], []
+    for loader, make_batches, epochs in (
+        (plain, lambda: plain, expected), (once, lambda: wrapper, read),
+        (anew, lambda: session.wrap(anew), again),
+    ):  # fmt: skip
+        for seed in seeds:
+            if seed is not None:
+                seed_all(loader, seed)
+            epochs.append(ids_of(make_batches()))
+        epochs.append(torch.rand(2).tolist())  # what is left for the script
+    assert read == expected
+    assert again == expected
+    assert expected[0] != expected[1]
+
+
+@pytest.mark.parametrize("kind", SHUFFLING)
+def test_a_state_goes_on_exactly_and_another_epoch_is_drawn_anew(kind: str) -> None:
+    whole, part, resumed, plain = (make_shuffling(kind) for _ in range(4))
+    session, last = session_of(), []
+    seed_all(whole, 5)
+    epochs = [ids_of(session.wrap(whole)) for _ in range(3)]
+    seed_all(part, 5)
+    ids_of(session.wrap(part))
+    begun = iter(session.wrap(part))
+    assert ids_of(islice(begun, 2)) == epochs[1][:2]
+    wrapper, state = session.wrap(resumed), session.wrap(part).state_dict()
+    wrapper.load_state_dict(state)
+    again = wrapper.state_dict()
+    assert again.keys() == state.keys() and torch.equal(again["order"], state["order"])
+    before = torch.get_rng_state()
+    assert ids_of(wrapper) == epochs[1][2:]
+    if kind in ("generator", "the sampler's generator"):  # its own, which is where it was
+        assert ids_of(wrapper) == epochs[2]
+    elif "generator" not in SHUFFLING[kind]():
+        assert torch.equal(torch.get_rng_state(), before), "torch's is the script's"
+    wrapper.load_state_dict(state)
+    wrapper.set_epoch(7)
+    list(plain)  # lasting workers are seeded once
+    for batches in (wrapper, plain):
+        seed_all(resumed if batches is wrapper else plain, 6)
+        last.append(ids_of(batches))
+    assert last[0] == last[1]
+
+
+def test_a_state_between_epochs_has_the_generator_as_it_is() -> None:
+    """(It had the order of the epoch that was over, which the resumed run read again.)"""
+    whole, resumed = make_shuffling("generator"), make_shuffling("generator")
+    wrapper = session_of().wrap(whole)
+    ids_of(wrapper)
+    state, second = wrapper.state_dict(), ids_of(wrapper)
+    resumed_wrapper = session_of().wrap(resumed)
+    resumed_wrapper.load_state_dict(state)
+    assert ids_of(resumed_wrapper) == second
+    resumed_wrapper.load_state_dict(state)
+    seed_all(resumed, 8)  # a script that seeds each epoch
+    seed_all(whole, 8)
+    assert ids_of(resumed_wrapper) == ids_of(wrapper)
+
+
+def test_a_seed_of_a_wrap_is_in_place_of_torchs() -> None:
+    loaders = [session_of().wrap(DataLoader(Numbered(), 2, shuffle=True), seed=4) for _ in range(2)]
+    before = torch.get_rng_state()
+    first, second = [ids_of(loaders[0]) for _ in range(2)]
+    assert torch.equal(torch.get_rng_state(), before) and first != second
+    torch.rand(3)
+    assert [ids_of(loaders[1]) for _ in range(2)] == [first, second]
+
+
 def ids_of(batches: Iterable[Mapping[str, Any]]) -> list[list[int]]:
     return [batch["input_ids"][:, 0].tolist() for batch in batches]
 
@@ -233,6 +377,7 @@ def test_a_wrap_in_each_epoch_goes_on_with_the_next_order(is_distributed: bool) 
     for epoch in range(3):
         if sampler is not None:
             sampler.set_epoch(epoch)
+        torch.manual_seed(epoch)
         epochs.append(ids_of(session.wrap(loader)))
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
     alone = session_of().wrap(loader)
@@ -245,8 +390,9 @@ def test_a_wrap_in_each_epoch_goes_on_with_the_next_order(is_distributed: bool) 
         expected.set_epoch(5)
         assert ids_of(alone) == ids_of(DataLoader(data, 2, sampler=expected))
     else:
-        alone = session_of().wrap(DataLoader(data, 2, shuffle=True))
-        assert [ids_of(alone) for _ in range(3)] == epochs  # one wrap before the loop
+        for epoch in range(3):  # one wrap before the loop
+            torch.manual_seed(epoch)
+            assert ids_of(alone) == epochs[epoch]
 
 
 def test_wrappers_are_remembered_by_loader_and_not_without_end() -> None:

@@ -58,31 +58,17 @@ def test_turns_divide_all_batches_evenly(batches, size):
     assert in_turns == np.resize(range(batches), len(in_turns)).tolist(), "a short last round begins anew"
 
 
-def test_a_sampler_without_a_generator_draws_the_same_on_every_rank():
-    orders = [
-        BatchTurns(BatchSampler(RandomSampler(range(12)), 2, False), (rank, 2), seed=3) for rank in (0, 1)
-    ]
-    epochs = []
-    for epoch in range(2):
-        for order in orders:
-            order.epoch = epoch
-        torch.rand(epoch + 1)  # the default generator may be anywhere
-        epochs.append([list(order) for order in orders])
-        assert sorted(index for one in epochs[-1] for batch in one for index in batch) == list(range(12))
-    assert epochs[0] != epochs[1]
-
-
-def test_a_generator_of_the_callers_is_put_back_to_where_its_epoch_began():
+def test_a_generator_of_the_callers_is_put_back_to_where_its_order_was_drawn():
     def order() -> BatchTurns:
         generator = torch.Generator().manual_seed(9)
-        return BatchTurns(BatchSampler(RandomSampler(range(9), generator=generator), 2, True), (0, 1), seed=0)
+        return BatchTurns(BatchSampler(RandomSampler(range(9), generator=generator), 2, True), (0, 1))
 
     whole, resumed = order(), order()
     first = list(whole)
     assert first == list(
         BatchSampler(RandomSampler(range(9), generator=torch.Generator().manual_seed(9)), 2, True)
     )
-    second, state = list(whole), whole.state()
+    second, state = list(whole), whole.state(1)
     assert second != first
     resumed.restore(state)
     resumed.first = 1
