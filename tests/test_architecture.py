@@ -1008,6 +1008,7 @@ GLOBAL_TABLES = {
     ("comm.mesh", "_groups_of_garbage"): "the next mesh destroys them",
     ("contrib.ring_flash_attn", "DATA_PARAMS"): "one set of keys, for the current batch",
     ("health.stuck_waits", "_in_stuck_waits"): "nothing: torch may write to them for ever; one wait a mesh",
+    ("ops.checks", "shards"): "each tensor takes its own entry back",
     ("patches", "_tables"): "one for each file of patches",
     ("patches", "_of_process"): "one for each patch",
     ("data.failure_attribution", "_hooked"): "one patch",

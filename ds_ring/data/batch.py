@@ -84,7 +84,10 @@ def prepare_batch(
     mask_BT = tensors.pop("attention_mask", None)
     _check_rows(tensors, shape)
     if mask_BT is not None and tuple(mask_BT.shape) != shape:
-        advice = 'leave it out: "pattern" of the JSON says which token attends to which'
+        advice = (
+            'leave it out: "pattern" of the JSON says which token attends to which, or an attention function'
+        )
+        advice += " of yours (configs/examples/batch_mask.py)"
         raise RingShapeError.wrong("attention_mask", f"{list(shape)}", list(mask_BT.shape), advice)
     kind = row_kind(tensors)
     if kind is not None:
@@ -228,9 +231,10 @@ def _check_rows(tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> None:
             tensor.shape[0] == batch_rows or (tensor.shape[0] == 1 and key not in LABEL_KEYS)
         )
         if not rows_fit or tensor.shape[1] != tokens:
-            raise RingShapeError(
-                f"batch[{key!r}]: expected [{batch_rows}, {tokens}, ...], got {list(tensor.shape)}"
-            )
+            raise RingShapeError.wrong(
+                f"batch[{key!r}]", f"[{batch_rows}, {tokens}, ...]", list(tensor.shape),
+                "expand a value of each sample to its tokens, or leave it out of the batch",
+            )  # fmt: skip
     position_ids = tensors.get("position_ids")
     if position_ids is not None and position_ids.ndim != 2:
         raise RingShapeError.wrong(

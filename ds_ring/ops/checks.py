@@ -6,6 +6,7 @@ Owns the limits on q, k and v and the messages about them. `collective.py` tells
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from ds_ring.comm.streams import is_fake
 from ds_ring.errors import RingConfigError, RingFiniteError, RingLayoutError, RingShapeError, shown
 from ds_ring.schedule.layout import Layout
 
+# What `shard_sequence` cut, by id: its Shard, for as long as a tensor lives; [Note: shards that are known].
+shards: dict[int, Any] = {}
 NAMES = ("q", "k", "v", "sinks")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh
-from ds_ring.ops.checks import NAMES, check_derivative, check_operands, sees_plain
+from ds_ring.ops.checks import NAMES, check_derivative, check_operands, sees_plain, shards
 from ds_ring.ops.context import RingContext
 from ds_ring.ops.ring_op import EagerAttention, ring_attention_op
 
@@ -86,10 +86,16 @@ def check_eager(
             is_dense = is_dense and name == "sinks"
         else:
             is_dense = is_dense and x.layout is strided and not (x.is_meta or x.is_nested or x.is_quantized)
+            shard = shards.get(id(x))
+            is_dense = is_dense and (shard is None or shard.layout is context.layout)
     # Check transforms here: functorch would raise before the operator's body, where ranks compare headers.
     if not is_dense or loses_derivatives() or context.options.score_mod is not None:
         with collective(context.mesh, "attention"):
             check_operands(return_lse, names, *operands)
+            if shards:
+                from ds_ring.ops.shard import check_shards
+
+                check_shards(context, names, operands)
             check_derivatives(context)
     return is_plain
 

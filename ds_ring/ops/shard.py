@@ -5,8 +5,10 @@ Owns the permutation of a layout applied to a tensor, and nothing of attention.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,14 +19,53 @@ from ds_ring.comm.collective import collective
 from ds_ring.comm.device_tables import leave_inference_mode, to_device
 from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.comm.streams import is_fake
-from ds_ring.errors import RingConfigError, RingShapeError, shown
+from ds_ring.errors import RingConfigError, RingLayoutError, RingShapeError, shown
 from ds_ring.ops.bits import check_copied, fill_bits, view_as_bits, view_from_bits
-from ds_ring.ops.checks import check_layout, check_not_transformed, check_operand
+from ds_ring.ops.checks import check_layout, check_not_transformed, check_operand, shards
+from ds_ring.ops.context import RingContext
 from ds_ring.ops.eager import run_compared
 from ds_ring.ops.layer_gradients import compare_gradient, has_run_again, note_call
 from ds_ring.ops.passes import get_forward_call
 from ds_ring.ops.tracing import forbid_tracing
 from ds_ring.schedule.layout import Layout
+
+
+# [Note: shards that are known]
+# Attention by another layout than that of the shards is wrong, and no shape tells. Tensors that
+# `shard_sequence` returned are known by their id, which a pass looks up without a call of Python; what is
+# computed from them is not known.
+class Shard(NamedTuple):
+    """Hold what a tensor was cut by."""
+
+    tensor: weakref.ref[Tensor]
+    layout: Layout
+
+
+def _note_shard(local: Tensor, layout: Layout) -> None:
+    key = id(local)
+    shards[key] = Shard(weakref.ref(local, lambda _: shards.pop(key, None)), layout)
+
+
+def check_shards(context: RingContext, names: tuple[str, ...], operands: Sequence[Tensor | None]) -> None:
+    """Refuse operands that `shard_sequence` cut by a layout of other positions than the pass's.
+
+    Raises:
+        RingLayoutError: another layout, or its name, which stands for a length that the ranks divide.
+    """
+    mesh = context.mesh
+    for name, x in zip(names, operands, strict=True):
+        shard: Shard | None = shards.get(id(x))
+        if x is None or shard is None or shard.tensor() is not x or x.dim() != 4:
+            continue
+        tokens = x.shape[2] * mesh.ulysses_size
+        layout = context.layout_for(tokens, x.device.type)
+        if not layout.is_one_sequence or shard.layout == layout or tokens != layout.local_tokens:
+            continue
+        if not np.array_equal(shard.layout.positions(mesh.ring_rank), layout.positions(mesh.ring_rank)):
+            raise RingLayoutError.wrong(
+                name, f"a shard of the layout of the call, {layout}", f"one of {shard.layout}",
+                "pass layout=, that of shard_sequence: a name, or none, means a length that the ranks divide",
+            )  # fmt: skip
 
 
 @forbid_tracing
@@ -77,7 +118,10 @@ def shard_sequence(
         shape = [1] * local.dim()
         shape[dim] = -1
         local = local.masked_fill((positions < 0).to(local.device).view(shape), pad_bits)
-    return view_from_bits(local, x_global.dtype)
+    shard = view_from_bits(local, x_global.dtype)
+    if shard.is_floating_point() and not is_fake(shard):
+        _note_shard(shard, layout)
+    return shard
 
 
 def _check(name: str, x: object, layout: object, dim: object, mesh: RingMesh | None, whole: bool) -> None:

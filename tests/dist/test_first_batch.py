@@ -31,6 +31,8 @@ def train(rank: int, world_size: int, stage: int, section: dict[str, Any], fault
     deepspeed = start_deepspeed()
     model = build_model(SIZE, "sdpa")
     engine = start_engine(model, json_config(world_size, SIZE.samples, stage, ring_attention=section))
+    if fault == "checkpointing comes later":  # no fault: (the copy had its flag, and no function)
+        model.gradient_checkpointing_enable()
     losses = []
     with silently_wrong(fault):
         for _ in range(2 * engine.gradient_accumulation_steps()):
@@ -66,6 +68,13 @@ def silently_wrong(fault: str) -> Iterator[None]:
         yield
     finally:
         LlamaRotaryEmbedding.forward, BatchSharding.attention = rotate, attention
+
+
+def test_checkpointing_may_be_enabled_after_initialize(rank_pool: Any) -> None:
+    plain = rank_pool(2).run(train, 1, {})
+    later = rank_pool(2).run(train, 1, {"verify_first_batch": True}, "checkpointing comes later")
+    for (losses, _, _), (expected, _, _) in zip(later, plain, strict=True):
+        assert losses == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -159,10 +159,11 @@ def shape(**sizes: int) -> Callable[[Arguments], Any]:
 
 
 def layout(name: str = "zigzag", **sizes: int) -> Callable[[Arguments], Any]:
-    """Another layout, the tensors unchanged."""
+    """Another layout, and tensors of which it is not known who cut them."""
 
     def change(arguments: Arguments) -> None:
         old = arguments["layout"]
+        arguments.update({key: arguments[key].clone() for key in QKV if key in arguments})
         arguments["layout"] = make_layout(
             name, **({"tokens": old.tokens, "ring_size": old.ring_size, "multiple_of": 1} | sizes)
         )
@@ -243,6 +244,9 @@ WRONG = {
         ("expected 64 slots per rank", "got q with 32", "shard_sequence")),
     "layout for another ring": Wrong(layout(ring_size=7), "RingLayoutError",
         ("for 2 ranks (the mesh's ring), got one for 7 ranks", "make_layout(..., ring_size=2)")),
+    # (Attention of tokens in another order: silently off by the size of the result.)
+    "layout of other shards": Wrong(put(layout="contiguous"), "RingLayoutError",
+        ("q: expected a shard of the layout of the call", "pass layout=, that of shard_sequence")),
     "layout unknown": Wrong(put(layout="zigzack"), "RingLayoutError",
         ("contiguous, zigzag, striped", "got 'zigzack'")),
     "layout a number": Wrong(put(layout=4), "RingLayoutError", ("got 4", "make_layout")),
@@ -452,7 +456,8 @@ def module_of(**section: object) -> Callable[[int, RingMesh], Tensor]:
 
     def act(rank: int, mesh: RingMesh) -> Tensor:
         arguments = right_arguments(mesh)
-        return attention_of(mesh, **section)(arguments["q"], arguments["k"], arguments["v"])
+        module = attention_of(mesh, **({"layout": "zigzag"} | section))
+        return module(arguments["q"], arguments["k"], arguments["v"])
 
     return act
 

@@ -19,6 +19,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ds_ring.comm.groups import gather_objects
 from ds_ring.comm.mesh import RingMesh
@@ -388,6 +389,8 @@ def filled(
             for key, value in vars(engine_part).items()
             if key[0] != "_" and vars(part).get(key) is None and (id(engine_part), key) not in changed
         }
+        if later.get("gradient_checkpointing"):  # transformers': the flag without the function
+            later["_gradient_checkpointing_func"] = partial(checkpoint, use_reentrant=False)
         vars(part).update(later)
     return alone.train()
 
