@@ -265,7 +265,10 @@ def print_report(
     console.print("DeepSpeed JSON:")
     console.print_json(data=deepspeed_json)
     if setting.checkpointing:
-        console.print("and in the script: model.gradient_checkpointing_enable()")
+        console.print(
+            "and in the script: model.gradient_checkpointing_enable(); to plan this JSON again add"
+            " --activation-checkpointing"
+        )
 
 
 def describe_size(setting: TrainingSetting) -> str:
