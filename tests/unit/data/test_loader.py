@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -277,7 +279,25 @@ def make_shuffling(kind: str) -> DataLoader[Any]:
     options = SHUFFLING[kind]()
     if "batch_sampler" not in options:
         options["batch_size"] = 2
-    return DataLoader(Numbered(), **options)
+    loader: DataLoader[Any] = DataLoader(Numbered(), **options)
+    _made.append(loader)
+    return loader
+
+
+_made: list[DataLoader[Any]] = []
+
+
+@pytest.fixture(autouse=True)
+def no_worker_outlives_a_test() -> Iterator[None]:
+    """(A lasting worker held the lock of conftest.py's door, and the suite waited for ever.)"""
+    yield
+    for loader in _made:
+        if loader._iterator is not None:
+            loader._iterator._shutdown_workers()  # type: ignore[attr-defined]
+    _made.clear()
+    if multiprocessing.active_children():
+        gc.collect()
+    assert not multiprocessing.active_children()
 
 
 def seed_all(loader: DataLoader[Any], seed: int) -> None:
