@@ -288,8 +288,10 @@ _made: list[DataLoader[Any]] = []
 
 
 @pytest.fixture(autouse=True)
-def no_worker_outlives_a_test() -> Iterator[None]:
+def no_worker_outlives_a_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """(A lasting worker held the lock of conftest.py's door, and the suite waited for ever.)"""
+    for module in (torch.utils.data._utils, torch.utils.data._utils.worker):  # the end of one takes so long
+        monkeypatch.setattr(module, "MP_STATUS_CHECK_INTERVAL", 0.1)
     yield
     for loader in _made:
         if loader._iterator is not None:
