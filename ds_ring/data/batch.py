@@ -84,10 +84,8 @@ def prepare_batch(
     mask_BT = tensors.pop("attention_mask", None)
     _check_rows(tensors, shape)
     if mask_BT is not None and tuple(mask_BT.shape) != shape:
-        advice = (
-            'leave it out: "pattern" of the JSON says which token attends to which, or an attention function'
-        )
-        advice += " of yours (configs/examples/batch_mask.py)"
+        advice = 'leave it out: "pattern" of the JSON says which token attends to which, or an attention'
+        advice += " function of yours (configs/examples/batch_mask.py)"
         raise RingShapeError.wrong("attention_mask", f"{list(shape)}", list(mask_BT.shape), advice)
     kind = row_kind(tensors)
     if kind is not None:

@@ -114,12 +114,9 @@ def list_unread_keys(
     signature: inspect.Signature, kwargs: Mapping[str, Any], sharding: BatchSharding
 ) -> list[str]:
     """Return the keys of a user's tensors of local tokens that a model without such a parameter is given."""
-    known = _READ_BY_MODELS | signature.parameters.keys()
-    return [
-        key
-        for key, value in kwargs.items()
-        if key not in known and isinstance(value, Tensor) and value.shape[1:2] == (sharding.local_tokens,)
-    ]
+    own = (key for key in kwargs if key not in signature.parameters and key not in _READ_BY_MODELS)
+    tensors = ((key, kwargs[key]) for key in own if isinstance(kwargs[key], Tensor))
+    return [key for key, value in tensors if value.shape[1:2] == (sharding.local_tokens,)]
 
 
 def refuse_other_inputs(name: str, arguments: Mapping[str, Any]) -> None:

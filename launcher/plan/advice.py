@@ -129,7 +129,8 @@ def advise(
     reach, fit_reach = _reach(replace(setting, may_add_options=False), planned, say), None
     if setting.may_add_options:
         fit_reach = _reach(setting, planned, say)
-        if fit_reach[1:3] == reach[1:3]:  # split and options
+        how = (reach.longest_split, reach.longest_options)
+        if (fit_reach.longest_split, fit_reach.longest_options) == how:
             # The search without more options looked at a small ring.
             longest = {key: value for key, value in fit_reach._asdict().items() if key.startswith("longest")}
             reach = reach._replace(**longest)

@@ -192,10 +192,8 @@ def _make_row(
         note = f"; {replicas} data replicas of {ranks} ranks, the most that {model.heads} query heads and"
         note += f" {model.kv_heads} K/V heads allow on {setting.devices} devices"
     if copies > 1:
-        note += (
-            f"; each of {model.kv_heads} K/V heads is copied to {copies} ranks, as UlyssesSPAttentionHF does"
-        )
-        note += " (DistributedAttention refuses that)"
+        note += f"; each of {model.kv_heads} K/V heads is copied to {copies} ranks, as"
+        note += " UlyssesSPAttentionHF does (DistributedAttention refuses that)"
     name = method.best_name if best else method.name
     return ComparisonRow(
         f"{name}, attention kept" if keeps else name, best, keeps, list_flags(setting), ranks,
